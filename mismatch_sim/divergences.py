@@ -57,7 +57,8 @@ def token_divergences(
         rollout_logits: ``[..., V]``, -inf where mu cannot draw.
         trainer_logits: ``[..., V]``.
         chunk: how many elements one temporary may hold (never less than two rows of V). The
-            result does not depend on it, to the bit.
+            result does not depend on it, to the bit (JAX outside jit: to the last bit, as the
+            slices are compiled).
 
     >>> import numpy as np
     >>> out = token_divergences(np.log([[0.5, 0.5]]), np.log([[0.25, 0.75]]))
@@ -154,12 +155,14 @@ def _in_chunks(
     if size >= tokens:
         return fn(*arrays)
     flat = [xp.reshape(a, (tokens, *a.shape[len(shape) :])) for a in arrays]
-    parts = []
-    for begin in range(0, tokens, size):
-        start = min(begin, tokens - size)
-        out = fn(*(a[start : start + size, ...] for a in flat))
-        parts.append([x[begin - start :] for x in out])
-    return tuple(xp.reshape(xp.concat(list(x)), shape) for x in zip(*parts, strict=True))
+    begins = range(0, tokens, size)
+    starts = [min(begin, tokens - size) for begin in begins]
+    slices = ops.map_slices(fn, flat, starts, size)
+    fresh = [begin - start for begin, start in zip(begins, starts, strict=True)]
+    return tuple(
+        xp.reshape(xp.concat([part[i, skip:] for i, skip in enumerate(fresh)]), shape)
+        for part in slices
+    )
 
 
 def reverse_kl(student_logprobs: Array, teacher_logprobs: Array) -> Array:

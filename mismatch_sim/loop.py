@@ -18,6 +18,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from mismatch_sim.errors import RunError
 from mismatch_sim.evaluate import evaluate
 from mismatch_sim.perturb import base
 from mismatch_sim.runlog import RunFolder
-from mismatch_sim.types import Params, Policy, Rollout
+from mismatch_sim.types import Array, Params, Policy, Rollout
 from mismatch_sim.world import World
 
 Metrics = dict[str, Any]
@@ -71,8 +72,14 @@ def rollout_policy(
     return Policy(published, world.operator.hooks(), operator_state, hooks_key), operator_state
 
 
-def train_step(world: World, state: TrainState, step: int) -> tuple[TrainState, Metrics, Metrics]:
+def train_step(
+    world: World, state: TrainState, step: int, beside: Executor | None = None
+) -> tuple[TrainState, Metrics, Metrics]:
     """One update from rollouts of the perturbed policy: new state, metrics, seconds per phase.
+
+    Args:
+        beside: where to measure the mismatch while teacher and update run; the measurement needs
+            nothing of them, and two programs of small models fill two cores better than one.
 
     Raises:
         RunError: a loss or a divergence is NaN; the state given is still the last good one.
@@ -83,12 +90,12 @@ def train_step(world: World, state: TrainState, step: int) -> tuple[TrainState, 
     rollout = world.generate(mu, prompts, rng_lib.fold(world.key, "sample", step))
     clock.lap("time/rollout", rollout)
 
+    wanted = bool(config.measure_every) and step % config.measure_every == 0
+    measuring = (world, mu, Policy(state.params), rollout, step)
+    measured = beside.submit(measure, *measuring) if wanted and beside else None
     teacher_logits = world.score_teacher(rollout)
     clock.lap("time/teacher", teacher_logits)
     out: Metrics = {}
-    if config.measure_every and step % config.measure_every == 0:
-        out |= measure(world, mu, Policy(state.params), rollout, teacher_logits, step)
-        clock.lap("time/measure", ())
 
     lr = schedules.warmup_cosine(
         step, config.optim.lr, config.optim.warmup, config.steps, config.optim.floor
@@ -108,25 +115,31 @@ def train_step(world: World, state: TrainState, step: int) -> tuple[TrainState, 
     out |= {f"optim/{tag}": _number(value) for tag, value in update_metrics.items()}
     out["optim/lr"] = lr
     clock.lap("time/update", params)
+    if wanted:
+        values, seconds, pi_logits = measured.result() if measured else measure(*measuring)
+        distill, _ = metrics_lib.distill_metrics(pi_logits, teacher_logits, rollout)
+        out |= values | {tag: _number(value) for tag, value in distill.items()}
+        clock.times["time/measure"] = seconds
+        clock.lap("time/measure_wait", ())
     _check(world, state, out, rollout, step)
     return TrainState(params, opt_state, operator_state), out, clock.times
 
 
 def measure(
-    world: World, mu: Policy, pi: Policy, rollout: Rollout, teacher_logits: Any, step: int
-) -> Metrics:
-    """``mismatch/*``, ``rollout_corr/*`` and ``distill/*`` of one batch of rollouts of mu."""
+    world: World, mu: Policy, pi: Policy, rollout: Rollout, step: int
+) -> tuple[Metrics, float, Array]:
+    """``mismatch/*`` and ``rollout_corr/*`` of rollouts of mu; seconds taken; logits of pi."""
+    began = time.perf_counter()
     mu_logits, pi_logits = world.score(mu, rollout), world.score(pi, rollout)
     scalars, rows, positions = metrics_lib.mismatch_metrics(mu_logits, pi_logits, rollout)
-    distill, _ = metrics_lib.distill_metrics(pi_logits, teacher_logits, rollout)
-    out: Metrics = {tag: _number(value) for tag, value in {**scalars, **distill}.items()}
+    out: Metrics = {tag: _number(value) for tag, value in scalars.items()}
     seed = int(rng_lib.fold(world.key, "bootstrap", step)[0])
     _, out["mismatch/kl_exact_low"], out["mismatch/kl_exact_high"] = stats.bootstrap_ratio(
         ops.to_numpy(rows["kl_sum"]), ops.to_numpy(rows["tokens"]), seed
     )
     for name, values in positions.items():
         out[f"mismatch/{name}_by_position"] = [float(v) for v in ops.to_numpy(values)]
-    return out
+    return out, time.perf_counter() - began, pi_logits
 
 
 def train(
@@ -149,7 +162,7 @@ def train(
     restored = folder.restore(initial_state(world))
     state, start = restored if restored else (initial_state(world), 0)
     state = world.backend.from_numpy(state)
-    with _stop_requests() as stop_requested:
+    with _stop_requests() as stop_requested, ThreadPoolExecutor(1) as beside:
         for step in range(start, config.steps + 1):
             if step in window_steps:
                 treestore.save(folder.path / "windows" / window_name(step), state.params, {})
@@ -162,7 +175,7 @@ def train(
                 times["time/eval"] = time.perf_counter() - began
             if step < config.steps:
                 try:
-                    state, step_metrics, step_times = train_step(world, state, step)
+                    state, step_metrics, step_times = train_step(world, state, step, beside)
                 except RunError:
                     folder.checkpoint(state, step)
                     raise

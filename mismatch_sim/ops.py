@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import array_api_compat
@@ -138,6 +138,26 @@ def fingerprint(x: Array) -> Array:
         return words.sum() & _MASK
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     return np.asarray(bits.sum(dtype=np.uint64) & np.uint64(_MASK), dtype=np.uint32)
+
+
+def map_slices(
+    fn: Callable[..., tuple[Array, ...]], arrays: Sequence[Array], starts: Sequence[int], size: int
+) -> tuple[Array, ...]:
+    """``fn`` on slices ``[start, start + size)`` of the first axis, one after the other, stacked.
+
+    One slice is in memory at a time, and in JAX one program serves all of them (``lax.map``): a
+    Python loop would be unrolled, compile for minutes, and bound nothing.
+    """
+    if framework(arrays[0]) == "jax":
+        import jax
+
+        def at(start: Array) -> tuple[Array, ...]:
+            return fn(*(jax.lax.dynamic_slice_in_dim(a, start, size) for a in arrays))
+
+        return jax.lax.map(at, jax.numpy.asarray(starts))
+    parts = [fn(*(a[start : start + size, ...] for a in arrays)) for start in starts]
+    xp = xp_of(*arrays)
+    return tuple(xp.stack(list(column)) for column in zip(*parts, strict=True))
 
 
 def jit(fn: Callable) -> Callable:

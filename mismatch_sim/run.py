@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     from mismatch_sim import world as world_lib
 
     world = world_lib.build(config)
-    world.backend.start_compilation_cache(_cache_folder())
+    world.backend.start_compilation_cache(cache_folder())
     if config.dry_run:
         return _dry_run(world, out)
     from mismatch_sim import console, loop, runlog
@@ -134,7 +134,7 @@ def _dry_run(world: World, out: Path) -> int:
     return 0
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     """Where compiled programs are kept between processes."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "mismatch_sim" / "jax"

@@ -6,8 +6,11 @@ generated from and scored in the same way wherever it is looked at.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
 import importlib.metadata
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,8 @@ import mismatch_sim
 from mismatch_sim import pairs
 from mismatch_sim import rng as rng_lib
 from mismatch_sim.config import RunConfig
-from mismatch_sim.errors import UserError
+from mismatch_sim.errors import UserError, user_input
+from mismatch_sim.perturb import spec
 from mismatch_sim.perturb.base import Perturbation
 from mismatch_sim.types import Array, Backend, Key, Params, Policy, Prompts, Rollout
 
@@ -94,11 +98,9 @@ def build(config: RunConfig) -> World:
             f"--pair {config.pair}: teacher and student differ in vocab_size"
             f" ({teacher_model.vocab_size} and {student_model.vocab_size})"
         )
-    operator = config.stack().build()
-    try:
+    with user_input(f"--perturb {config.stack()}"):
+        operator = config.stack().build()
         operator.init(student)
-    except ValueError as error:
-        raise UserError(f"--perturb {config.stack()}: {error}") from None
     return World(
         config=config,
         backend=backend,
@@ -119,18 +121,25 @@ def get_backend(name: str) -> Any:
     return importlib.import_module(f"mismatch_sim.backends.{name}_backend")
 
 
+@functools.cache
+def _source() -> bytes:
+    """This package's own source, as it was when first asked for: what this process runs."""
+    root = Path(mismatch_sim.__file__).parent
+    files = {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*.py")}
+    return b"".join(name.encode() + b"\0" + files[name] + b"\0" for name in sorted(files))
+
+
 def provenance(world: World) -> dict[str, str]:
     """What besides the config can change a run's bytes; it enters the run hash.
 
     Pair and prompts by digest, library versions, device, thread count, and a digest of this
     package's own source, so that a result made by other code is never taken for this one's.
     """
-    import hashlib
-
-    source = hashlib.sha256()
-    root = Path(mismatch_sim.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        source.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    source = hashlib.sha256(_source())
+    for op in world.config.stack().ops:
+        op = op.op if isinstance(op, spec.Masked) else op
+        if isinstance(op, spec.Custom):
+            source.update(Path(inspect.getfile(op.load())).read_bytes())
     return {
         "mismatch_sim": importlib.metadata.version("mismatch-sim"),
         "source": source.hexdigest()[:16],

@@ -22,7 +22,7 @@ LAYERS = [
     {"formats", "divergences", "corrections", "sampling", "stats", "metrics", "treestore"},
     {"perturb", "objectives"},
     {"settings", "naming", "config"},
-    {"backends", "tasks", "pairs", "runlog"},
+    {"backends", "tasks", "pairs", "runlog", "tensorboard_log"},
     {"world", "evaluate"},
     {"loop"},
     {"reference"},

@@ -182,11 +182,12 @@ def _generate(
         hook_rng,
         state,
         empty_cache(model, batch, slots),
+        last=1,
     )
     shape = (batch, max_new_tokens)
     buffers = (jnp.full(shape, pad_id, jnp.int32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
     alive = jnp.ones(batch, bool)
-    first = choose(hidden[:, -1:], prompts.mask_BP[:, -1:], 0)
+    first = choose(hidden, prompts.mask_BP[:, -1:], 0)
     buffers = put(buffers, 0, first, alive)
 
     def unfinished(carry: tuple) -> Array:
@@ -258,15 +259,15 @@ def _response_logits(
     rollout: Rollout,
     temperature: Array,
 ) -> Array:
-    width = rollout.prompts.tokens_BP.shape[1]
     # the last generated token predicts nothing: its column never enters the forward pass
     tokens = jnp.concatenate([rollout.prompts.tokens_BP, rollout.tokens_BN[:, :-1]], axis=1)
     mask = jnp.concatenate([rollout.prompts.mask_BP, rollout.mask_BN[:, :-1]], axis=1)
     positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+    count = rollout.tokens_BN.shape[1]
     hidden, _ = hidden_states(
-        model, params, tokens, positions, mask, _causal(mask), hooks, hook_rng, state
+        model, params, tokens, positions, mask, _causal(mask), hooks, hook_rng, state, last=count
     )
-    hidden, mask = hidden[:, width - 1 :], mask[:, width - 1 :]
+    mask = mask[:, -count:]
     return head(model, params, hidden, hooks, hook_rng, state, mask) / temperature
 
 

@@ -147,30 +147,40 @@ def hidden_states(
     state: Any = (),
     cache: Cache | None = None,
     start: Array | int = 0,
+    last: int | None = None,
 ) -> tuple[Array, Cache | None]:
-    """Final normed hidden states ``[B, T, d]`` of new tokens, and the cache with their K/V written.
+    """Final normed hidden states of new tokens, and the cache with their keys and values written.
 
     Args:
         positions_BT: rotary positions, 0 at a row's first real token.
         mask_BT: 1 on real tokens (handed to the hooks).
         allowed_BTS: which of the S keys each of the T tokens attends to; S = T without a cache.
         start: first cache slot of the new tokens.
+        last: how many of the new tokens, at the end, have a hidden state of interest: ``[B, last,
+            d]`` comes back, and the top layer computes only keys and values for the others.
     """
-    linear = _linear(params, hooks, rng, state, mask_BT)
-    rope = _rope_tables(model, positions_BT)
+    rope = list(_rope_tables(model, positions_BT))
     bias_BTS = jnp.where(allowed_BTS, 0.0, jnp.finfo(jnp.float32).min)
     x = params["model.embed_tokens.weight"][tokens_BT]
     written = []
     for i in range(model.num_layers):
         at = f"model.layers.{i}."
         h = _rms_norm(x, params[at + "input_layernorm.weight"], model.norm_eps)
-        q, k, v = (_heads(model, linear(f"{at}self_attn.{n}_proj", h)) for n in "qkv")
+        linear = _linear(params, hooks, rng, state, mask_BT)
+        k, v = (_heads(model, linear(f"{at}self_attn.{n}_proj", h)) for n in "kv")
+        k_rope, k_mask_BT = rope, mask_BT
+        if last is not None and i == model.num_layers - 1:
+            x, h, mask_BT, bias_BTS, *rope = (
+                y[:, -last:] for y in (x, h, mask_BT, bias_BTS, *rope)
+            )
+            linear = _linear(params, hooks, rng, state, mask_BT)
+        q = _heads(model, linear(f"{at}self_attn.q_proj", h))
         if model.qk_norm:
             q = _rms_norm(q, params[at + "self_attn.q_norm.weight"], model.norm_eps)
             k = _rms_norm(k, params[at + "self_attn.k_norm.weight"], model.norm_eps)
-        q, k = _rotate(q, *rope), _rotate(k, *rope)
+        q, k = _rotate(q, *rope), _rotate(k, *k_rope)
         if hooks.on_kv is not None:
-            k, v = hooks.on_kv(rng, i, k, v, mask_BT, state)
+            k, v = hooks.on_kv(rng, i, k, v, k_mask_BT, state)
         if cache is not None:
             k = jax.lax.dynamic_update_slice_in_dim(cache[i][0], k, start, axis=1)
             v = jax.lax.dynamic_update_slice_in_dim(cache[i][1], v, start, axis=1)

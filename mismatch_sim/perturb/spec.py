@@ -16,12 +16,22 @@ Left out: arithmetic and variables in the text (a sweep does that in Python).
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mismatch_sim import schedules
-from mismatch_sim.errors import check_choice, check_pattern, check_switch, check_whole, shown
+from mismatch_sim.errors import (
+    check_choice,
+    check_pattern,
+    check_real,
+    check_switch,
+    check_whole,
+    shown,
+)
 from mismatch_sim.perturb import grammar
 from mismatch_sim.perturb.grammar import check_strength
 from mismatch_sim.schedules import Strength
@@ -167,8 +177,49 @@ class Masked(Operator):
         return base.masked(self.op.build(), self.include, self.exclude)
 
 
+@dataclass(frozen=True)
+class Custom(Operator):
+    """An operator of the user's own: a function in an importable module, found in this folder too.
+
+    ``custom('my_ops:head_scale', 0.9)`` calls ``head_scale(0.9)`` of ``my_ops.py``; without a value
+    the function is called without arguments.
+    """
+
+    name: ClassVar[str] = "custom"
+    factory: str
+    value: Strength | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", str(self.factory)):
+            raise ValueError(
+                f"custom: factory must be 'module:function', got {shown(self.factory)}"
+            )
+        if self.value is not None and not isinstance(self.value, schedules.Schedule):
+            self._store(value=check_real("custom: value", self.value))
+
+    def load(self) -> Any:
+        """The factory; the module may lie in the current folder.
+
+        Raises:
+            ValueError: no such module or function.
+        """
+        module, function = self.factory.split(":")
+        sys.path.insert(0, "")
+        try:
+            return getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"custom: {self.factory!r} cannot be imported: {error}") from None
+        finally:
+            sys.path.remove("")
+
+    def build(self) -> Perturbation:
+        factory = self.load()
+        return factory() if self.value is None else factory(self.value)
+
+
 OPERATORS: dict[str, type[Operator]] = {
-    kind.name: kind for kind in (Identity, Stale, FakeQuant, WeightNoise, LogitNoise, Masked)
+    kind.name: kind
+    for kind in (Identity, Stale, FakeQuant, WeightNoise, LogitNoise, Masked, Custom)
 }
 
 _TABLE: dict[str, Any] = {**OPERATORS, **schedules.SCHEDULES}
