@@ -10,10 +10,10 @@ run: $(READY)
 	$(BIN)/python -m mismatch_sim.run --noise.sigma 0.01 --staleness 4
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(READY)
 	$(BIN)/ruff check .
