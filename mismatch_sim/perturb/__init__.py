@@ -1,0 +1,1 @@
+"""Perturbation operators: trainer policy in, rollout policy out (see ``base``)."""
