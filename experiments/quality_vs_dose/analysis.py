@@ -11,12 +11,16 @@ import csv
 from pathlib import Path
 
 import numpy as np
+from scipy import stats
 
 from experiments.quality_vs_dose import sweep
 from mismatch_sim import runlog
 
 RESULTS = Path(__file__).parent / "results"
-COLUMNS = ("source", "operators", "seed", "dose", "dose_low", "dose_high", "early", "final")
+COLUMNS = (
+    *("objective", "source", "operators", "seed"),
+    *("dose", "dose_low", "dose_high", "early_step", "early", "final"),
+)
 
 
 def evaluations(out: Path) -> dict[int, float]:
@@ -35,61 +39,58 @@ def early_step(clean: dict[int, float]) -> int:
 def table(root: Path = sweep.ROOT) -> list[dict]:
     """One row a finished run."""
     rows = []
-    early: dict[int, int] = {}
+    early: dict[tuple[str, int], int] = {}
     for source, config in sweep.configs():
         out = sweep.folder(config, root)
         if not (out / "result.json").exists():
             continue
         result, curve = runlog.read_result(out), evaluations(out)
+        arm = (config.objective, config.seed)
         if source == "clean":
-            early[config.seed] = early_step(curve)
-        dose = result["dose"]
-        values = (
-            source,
-            str(config.stack()),
-            config.seed,
-            dose["value"],
-            dose["low"],
-            dose["high"],
-        )
-        accuracies = (curve[early[config.seed]], result["quality"]["value"])
-        rows.append(dict(zip(COLUMNS, (*values, *accuracies), strict=True)))
+            early[arm] = early_step(curve)
+        dose, at = result["dose"], early[arm]
+        values = (config.objective, source, str(config.stack()), config.seed)
+        numbers = (dose["value"], dose["low"], dose["high"], at, curve[at], curve[config.steps])
+        rows.append(dict(zip(COLUMNS, (*values, *numbers), strict=True)))
     return rows
 
 
-def paired_loss(rows: list[dict], column: str) -> dict[str, tuple[float, float, float]]:
-    """Operators -> (mean dose, mean loss against clean of the same seed, its standard error)."""
+def paired_loss(rows: list[dict], operators: str, column: str) -> tuple[float, float]:
+    """Mean loss against the clean run of the same seed, and half its 95 % interval (Student t)."""
     clean = {r["seed"]: r[column] for r in rows if r["source"] == "clean"}
-    out = {}
-    for operators in dict.fromkeys(r["operators"] for r in rows if r["source"] != "clean"):
-        mine = [r for r in rows if r["operators"] == operators]
-        losses = np.array([clean[r["seed"]] - r[column] for r in mine])
-        error = losses.std(ddof=1) / np.sqrt(len(losses)) if len(losses) > 1 else float("nan")
-        out[operators] = (float(np.mean([r["dose"] for r in mine])), float(losses.mean()), error)
-    return out
+    losses = np.array([clean[r["seed"]] - r[column] for r in rows if r["operators"] == operators])
+    half = stats.t.ppf(0.975, len(losses) - 1) * stats.sem(losses)
+    return float(losses.mean()), float(half)
 
 
 def figure(rows: list[dict], path: Path) -> None:
-    """Early and final quality against dose, one colour a source."""
+    """Quality against dose: a column per objective, early above final, a colour per source."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharex=True, layout="constrained")
-    markers = dict(zip(sweep.STACKS, "osD^", strict=True))
-    for axis, column in zip(axes, ("early", "final"), strict=True):
-        clean = np.array([r[column] for r in rows if r["source"] == "clean"])
-        axis.axhspan(100 * clean.min(), 100 * clean.max(), color="0.85", lw=0)
-        axis.axhline(100 * clean.mean(), color="0.5", lw=1, label="clean, range over seeds")
-        for source, marker in markers.items():
-            points = [(r["dose"], 100 * r[column]) for r in rows if r["source"] == source]
-            axis.scatter(*zip(*points, strict=True), s=18, marker=marker, label=source, alpha=0.8)
-        axis.set(xscale="log", xlabel="dose: KL(rollout || trainer), nats per token")
-        axis.grid(alpha=0.3)
-    axes[0].set(title="when the clean run had 80 % of its gain", ylabel="sampled accuracy, %")
-    axes[1].set(title="after the last step")
-    axes[0].legend(fontsize=8, loc="lower left")
+    fig, axes = plt.subplots(
+        2, 2, figsize=(9.5, 6), sharex=True, sharey="row", layout="constrained"
+    )
+    titles = {"early": "when the clean run had 80 % of its gain", "final": "after the last step"}
+    for column, objective in enumerate(sweep.OBJECTIVES):
+        arm = [r for r in rows if r["objective"] == objective]
+        for row, (reading, title) in enumerate(titles.items()):
+            axis = axes[row, column]
+            clean = 100 * np.array([r[reading] for r in arm if r["source"] == "clean"])
+            axis.axhspan(clean.min(), clean.max(), color="0.85", lw=0)
+            axis.axhline(clean.mean(), color="0.5", lw=1, label="clean (band: seeds)")
+            for source, marker in zip(sweep.STACKS, "osD^", strict=True):
+                points = [(r["dose"], 100 * r[reading]) for r in arm if r["source"] == source]
+                axis.scatter(*zip(*points, strict=True), s=18, marker=marker, label=source)
+            axis.set(xscale="log", title=f"{objective}, {title}")
+            axis.title.set_fontsize(9)
+            axis.grid(alpha=0.3)
+        axes[1, column].set_xlabel("dose: KL(rollout || trainer), nats per token")
+    for row in (0, 1):
+        axes[row, 0].set_ylabel("sampled accuracy, %")
+    axes[1, 0].legend(fontsize=8, loc="lower left")
     fig.savefig(path, dpi=130)
 
 
@@ -100,24 +101,23 @@ def main() -> None:
     with open(RESULTS / "runs.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(
-            {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows
-        )
+        for row in rows:
+            writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
     figure(rows, RESULTS / "quality_vs_dose.png")
-    early, final = paired_loss(rows, "early"), paired_loss(rows, "final")
-    print("| operators | dose | early loss, points | final loss, points |\n|---|---|---|---|")
-    for name, (dose, loss, error) in sorted(early.items(), key=lambda item: item[1]):
-        last, last_error = final[name][1:]
-        print(
-            f"| `{name}` | {dose:.2g} | {100 * loss:+.1f} ± {100 * error:.1f}"
-            f" | {100 * last:+.1f} ± {100 * last_error:.1f} |"
-        )
-    doses, losses = np.array([v[:2] for v in early.values()]).T
-    from scipy import stats
-
-    print(
-        f"rank correlation of dose and early loss: {stats.spearmanr(doses, losses).statistic:.2f}"
-    )
+    print("| objective | operators | dose | early loss, points | final loss, points |")
+    print("|---|---|---|---|---|")
+    worst = {}
+    for objective in sweep.OBJECTIVES:
+        arm = [r for r in rows if r["objective"] == objective]
+        names = dict.fromkeys(r["operators"] for r in arm if r["source"] != "clean")
+        doses = {n: float(np.mean([r["dose"] for r in arm if r["operators"] == n])) for n in names}
+        for name in sorted(names, key=doses.__getitem__):
+            early, final = (paired_loss(arm, name, column) for column in ("early", "final"))
+            cells = [f"{100 * loss:+.1f} ± {100 * half:.1f}" for loss, half in (early, final)]
+            print(f"| {objective} | `{name}` | {doses[name]:.2g} | {cells[0]} | {cells[1]} |")
+            if doses[name] <= 0.1:
+                worst[objective, name] = final[0]
+    print(f"largest mean final loss at doses up to 0.1: {100 * max(worst.values()):.1f} points")
 
 
 if __name__ == "__main__":

@@ -11,38 +11,43 @@ from dataclasses import replace
 from pathlib import Path
 
 from mismatch_sim import run, world
-from mismatch_sim.config import RunConfig
+from mismatch_sim.config import DoseConfig, EvalConfig, RunConfig
 from mismatch_sim.errors import UserError
 
 ROOT = Path("runs/quality_vs_dose")
 
 STACKS = {
-    "weight noise": [f"weight_noise({s})" for s in (0.01, 0.03, 0.1, 0.2, 0.3)],
-    "logit noise": [f"logit_noise({s})" for s in (0.1, 0.3, 1.0, 2.0)],
-    "staleness": [f"stale({k})" for k in (2, 8, 16, 32)],
+    "weight noise": [f"weight_noise({s})" for s in (0.01, 0.03, 0.1, 0.3)],
+    "logit noise": [f"logit_noise({s})" for s in (0.3, 1.0, 3.0)],
+    "staleness": [f"stale({k})" for k in (4, 16, 48)],
     "int8 weights": ["fake_quant('int8')"],
 }
+OBJECTIVES = ("reverse_kl", "sampled_reverse_kl")
 SEEDS = (0, 1, 2)
 
-BASE = RunConfig(clean_dir=ROOT / "clean")
+BASE = RunConfig(
+    clean_dir=ROOT / "clean",
+    eval=EvalConfig(every=20, samples=2048),
+    dose=DoseConfig(prompts=512),
+)
 
 
-def configs(debug: bool = False) -> list[tuple[str, RunConfig]]:
-    """(source, config) of every run; ``debug`` takes the first of each source, a few steps long."""
-    base = replace(BASE, steps=4, batch=16) if debug else BASE
+def configs() -> list[tuple[str, RunConfig]]:
+    """(source, config) of every run, the clean runs of an objective and seed first."""
     runs = [("clean", "identity()")]
-    for source, stacks in STACKS.items():
-        runs += [(source, stack) for stack in (stacks[:1] if debug else stacks)]
+    runs += [(source, stack) for source, stacks in STACKS.items() for stack in stacks]
     return [
-        (source, replace(base, perturb=stack, seed=seed))
-        for seed in (SEEDS[:1] if debug else SEEDS)
+        (source, replace(BASE, perturb=stack, seed=seed, objective=objective))
+        for seed in SEEDS
+        for objective in OBJECTIVES
         for source, stack in runs
     ]
 
 
 def folder(config: RunConfig, root: Path = ROOT) -> Path:
     """Where a run of the sweep lives."""
-    return root / f"{config.stack()}-seed{config.seed}".replace("|", "+").replace("'", "")
+    stack = str(config.stack()).replace("'", "")
+    return root / config.objective / f"{stack}-seed{config.seed}"
 
 
 def main() -> None:
@@ -50,7 +55,7 @@ def main() -> None:
     runs = configs()
     for number, (source, config) in enumerate(runs, 1):
         out = folder(config)
-        print(f"[{number}/{len(runs)}] {source}: {config.stack()}, seed {config.seed}", flush=True)
+        print(f"[{number}/{len(runs)}] {source}: {out}", flush=True)
         built = world.build(replace(config, json=True))
         built.backend.start_compilation_cache(run.cache_folder())
         try:
