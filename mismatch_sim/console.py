@@ -144,13 +144,15 @@ def summary_text(result: Mapping[str, Any]) -> str:
     ...     "quality": {"value": 0.875, "low": 0.866, "high": 0.884},
     ...     "quality_start": {"value": 0.25, "low": None, "high": None},
     ...     "clean": {"quality": {"value": 0.9}, "quality_gain": 0.65}, "out": "runs/a",
+    ...     "change": {"value": -0.025, "low": -0.039, "high": -0.011},
     ... }))
     injected       stale(k=4)
     run            arith, jax, 100 steps, seed 0
     dose           1.23e-03 [1.10e-03, 1.40e-03] nats per token
     quality        25.0 % -> 87.5 % [86.6, 88.4]
     clean quality  90.0 %
-    change         -2.5 points against clean, 3.8 % of its gain
+    change         -2.5 points [-3.9, -1.1] against clean, 3.8 % of its gain
+                   (interval: evaluation alone, this one seed)
     folder         runs/a
     TensorBoard    tensorboard --logdir runs   (HPARAMS tab: dose and quality)
     """
@@ -193,7 +195,7 @@ def _rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "KL to teacher", _interval(get("teacher_kl"), number, " nats per token")
     clean = get("clean") or {}
     yield "clean quality", _interval(clean.get("quality"), percent)
-    yield "change", _change(_value(final), _value(clean.get("quality")), clean.get("quality_gain"))
+    yield "change", _change(get("change"), clean.get("quality_gain"))
     if _known(get("wall_seconds")) is not None:
         yield "time", duration(get("wall_seconds"))
     if get("out"):
@@ -202,15 +204,17 @@ def _rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "TensorBoard", f"tensorboard --logdir {logdir}   (HPARAMS tab: dose and quality)"
 
 
-def _change(final: float | None, clean: float | None, gain: Any) -> str:
-    if final is None or clean is None:
+def _change(change: Any, gain: Any) -> str:
+    """The change in points, and what this evaluation could have seen: a loss below it is noise."""
+    value = _value(change)
+    if value is None:
         return ""
-    points = round(100 * (final - clean), 1) + 0.0  # no -0.0
-    text = f"{points:+.1f} points against clean"
+    points = [round(100 * x, 1) + 0.0 for x in (value, change["low"], change["high"])]  # no -0.0
+    text = f"{points[0]:+.1f} points [{points[1]:+.1f}, {points[2]:+.1f}] against clean"
     known = _known(gain)
-    if known is None or known <= 0 or points >= 0:
-        return text
-    return f"{text}, {(clean - final) / known:.1%} of its gain".replace("%", " %")
+    if known is not None and known > 0 > points[0]:
+        text += f", {-value / known:.1%} of its gain".replace("%", " %")
+    return text + " (interval: evaluation alone, this one seed)"
 
 
 def _interval(value: Any, form: Callable[[float], str], unit: str = "", brief: bool = False) -> str:

@@ -87,16 +87,25 @@ def execute(world: World, out: Path) -> dict[str, Any]:
                 with console.progress("dose", config.dose.checkpoints, show) as bar:
                     value, low, high = reference.dose(world, clean, _reporter(bar))
                 result["dose"] = {"value": value, "low": low, "high": high}
-                result["clean"] = _clean_summary(runlog.read_result(clean))
+                result |= _against_clean(result, runlog.read_result(clean))
             result["wall_seconds"] = round(time.perf_counter() - began, 3)
             board.finish(result)
         folder.finish(result)
     return result
 
 
-def _clean_summary(clean: dict[str, Any]) -> dict[str, Any]:
-    gain = clean["quality"]["value"] - clean["quality_start"]["value"]
-    return {"quality": clean["quality"], "quality_gain": gain, "out": clean["out"]}
+def _against_clean(result: dict[str, Any], clean: dict[str, Any]) -> dict[str, Any]:
+    """The clean run's quality and gain, and the change against it with its interval.
+
+    The interval covers the draw of evaluation prompts and samples, not that of training seeds.
+    """
+    from mismatch_sim import stats
+
+    new, old = (tuple(r["quality"][k] for k in ("value", "low", "high")) for r in (result, clean))
+    change = dict(zip(("value", "low", "high"), stats.difference(new, old), strict=True))
+    gain = old[0] - clean["quality_start"]["value"]
+    about = {"quality": clean["quality"], "quality_gain": gain, "out": clean["out"]}
+    return {"clean": about, "change": change}
 
 
 def _reporter(bar: Any) -> Callable[[int, dict[str, Any]], None]:

@@ -116,6 +116,28 @@ def wilson(successes: float, n: int, level: float = 0.95) -> tuple[float, float]
     return low, high
 
 
+def difference(new: Interval, old: Interval) -> Interval:
+    """new - old for two values with intervals, as if they were independent (square-and-add).
+
+    low = d - sqrt((new - new_low)^2 + (old_high - old)^2), and the same upwards: for two Wilson
+    intervals this is Newcombe's score interval. Two evaluations on the same prompts and random
+    numbers are positively correlated, so for them it is conservative.
+
+    The example is the paper's.
+
+    Source: Newcombe, "Interval estimation for the difference between independent proportions"
+    (1998), method 10; Zou and Donner (2008) for intervals in general.
+
+    >>> new, old = (56 / 70, *wilson(56, 70)), (48 / 80, *wilson(48, 80))
+    >>> [round(x, 4) for x in difference(new, old)]
+    [0.2, 0.0524, 0.3339]
+    """
+    (a, a_low, a_high), (b, b_low, b_high) = new, old
+    down = math.hypot(a - a_low, b_high - b)
+    up = math.hypot(a_high - a, b - b_low)
+    return a - b, a - b - down, a - b + up
+
+
 def lognormal_t_interval(values: npt.ArrayLike, level: float = 0.95) -> Interval:
     """Geometric mean of independent positive draws with a Student t interval on their logarithms.
 

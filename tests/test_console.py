@@ -31,6 +31,7 @@ RESULT = {
     "quality_greedy": interval(0.9, 0.89, 0.91),
     "teacher_kl": interval(0.05, 0.04, 0.06),
     "clean": {"quality": interval(0.9, 0.89, 0.91), "quality_gain": 0.65, "out": "runs/clean/x"},
+    "change": interval(-0.025, -0.039, -0.011),
     "out": "my runs/a",
     "wall_seconds": 75.2,
     "hash": "h4sh",
@@ -53,7 +54,7 @@ def test_the_table_has_every_number_in_80_plain_columns():
         "2.00e-03 on average, 0 at the end",
         "25.0 % -> 87.5 % [86.6, 88.4]",
         "90.0 % [89.0, 91.0]",
-        "-2.5 points against clean, 3.8 % of its gain",
+        "-2.5 points [-3.9, -1.1] against clean, 3.8 % of its gain",
         "1 min 15 s",
         "my runs/a",
         "tensorboard --logdir 'my runs'",
@@ -82,8 +83,9 @@ def test_any_value_may_be_missing(missing):
         text = console.summary_text({**RESULT, name: missing})
         assert "nan" not in text.replace("nats", "") and "None" not in text
     assert console.summary_text({}) == ""
+    assert "points" not in console.summary_text({**RESULT, "change": missing})
     clean = {"quality": missing, "quality_gain": missing}
-    assert "points" not in console.summary_text({**RESULT, "clean": clean})
+    assert "its gain" not in console.summary_text({**RESULT, "clean": clean})
 
 
 def test_special_values_read_well():
@@ -91,9 +93,10 @@ def test_special_values_read_well():
     assert "0 [0, 0] nats per token" in console.summary_text(dose)
     assert "nothing: rollouts are on-policy" in console.summary_text(dose)
     assert "inf nats" in console.summary_text({"dose": {"value": "inf", "low": 1.0}})
-    better = {"quality": 0.9001, "clean": {"quality": 0.9, "quality_gain": 0.1}}
-    assert "+0.0 points against clean" in console.summary_text(better)
-    assert "its gain" not in console.summary_text({**RESULT, "quality": 0.95})
+    better = {"change": interval(0.0001, -0.01, 0.01), "clean": {"quality_gain": 0.1}}
+    assert "+0.0 points [-1.0, +1.0] against clean" in console.summary_text(better)
+    better = {**RESULT, "change": interval(0.05, 0.04, 0.06)}
+    assert "its gain" not in console.summary_text(better)
 
 
 def test_the_table_goes_to_stdout(capsys):
