@@ -69,7 +69,8 @@ def rollout_policy(
     key = rng_lib.fold(world.key, "publish")
     published, operator_state = base.publish(world.operator, key, step, params, operator_state)
     hooks_key = rng_lib.fold(world.key, "forward", step)
-    return Policy(published, world.operator.hooks(), operator_state, hooks_key), operator_state
+    mu = base.rollout_policy(world.operator, published, operator_state, hooks_key)
+    return mu, operator_state
 
 
 def train_step(

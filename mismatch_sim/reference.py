@@ -193,7 +193,7 @@ def probe(
             world.operator, rng_lib.fold(key, "publish"), s, params, state
         )
     forward_key = rng_lib.fold(key, "forward", step)
-    mu = Policy(published, world.operator.hooks(), state, forward_key)
+    mu = base.rollout_policy(world.operator, published, state, forward_key)
     prompts = world.problems("probe", count, "probe", step, draw)
     rollout = world.generate(mu, prompts, rng_lib.fold(key, "sample", step))
     mu_logits, pi_logits = world.score(mu, rollout), world.score(Policy(window[step]), rollout)

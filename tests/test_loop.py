@@ -171,6 +171,62 @@ def test_a_run_with_another_seed_and_strength_compiles_nothing(tmp_path, compila
     assert count() == 0
 
 
+def test_settings_outside_the_hash_change_no_byte(tmp_path):
+    """The other half of "equal hash, equal bytes": what the hash leaves out must not matter."""
+    config = replace(CONFIG, perturb="stale(2)|weight_noise(0.02)", out=tmp_path / "a")
+    data, _ = run(config, tmp_path / "a")
+    code = world.provenance(world.build(config))
+    for number, change in enumerate(
+        (
+            {"checkpoint_every": 1},
+            {"dose": DoseConfig(draws=3, checkpoints=2)},
+            {"clean_dir": tmp_path / "elsewhere", "json": True},
+            {"perturb": "", "staleness": 2, "noise": NoiseConfig(sigma=0.02)},
+        )
+    ):
+        changed = replace(config, **change)
+        assert changed.identity(code) == config.identity(code), change
+        assert run(changed, tmp_path / str(number))[0] == data, change
+
+
+@pytest.mark.slow
+def test_settings_inside_the_hash_are_those_that_change_bytes(tmp_path):
+    """20 single changes: each changes the hash, and the bytes."""
+    config = replace(CONFIG, perturb="stale(1)|weight_noise(0.02)", steps=3)
+    optim, evaluation = config.optim, config.eval
+    changes = [
+        *({"seed": 1}, {"batch": 31}, {"length": 2}, {"steps": 4}, {"temperature": 0.9}),
+        *({"objective": "sampled_reverse_kl"}, {"measure_every": 2}),
+        *({"perturb": p} for p in ("identity()", "stale(1)|weight_noise(0.021)", "stale(2)")),
+        *({"perturb": p} for p in ("weight_noise(0.02)|stale(1)", "stale(1)|logit_noise(0.02)")),
+        {"perturb": "stale(1)|weight_noise(0.02, resample='never')"},
+        *({"optim": replace(optim, **o)} for o in ({"lr": 2e-3}, {"warmup": 1}, {"clip": 0.1})),
+        *({"optim": replace(optim, **o)} for o in ({"weight_decay": 0.1}, {"beta2": 0.9})),
+        *({"eval": replace(evaluation, **e)} for e in ({"every": 1}, {"samples": 32})),
+    ]
+    assert len(changes) == 20
+    code = world.provenance(world.build(config))
+    hashes = {replace(config, **c).identity(code) for c in changes} | {config.identity(code)}
+    assert len(hashes) == 21
+    data = {run(config, tmp_path / "base")[0]}
+    for number, change in enumerate(changes):
+        data.add(run(replace(config, **change), tmp_path / str(number))[0])
+    assert len(data) == 21
+
+
+def test_the_second_whole_command_in_a_process_compiles_nothing(tmp_path, compilations):
+    """Clean reference, run, evaluation and dose: everything, with other seed and strengths."""
+    from mismatch_sim.run import execute
+
+    config = replace(CONFIG, json=True, clean_dir=tmp_path / "clean", staleness=1)
+    config = replace(config, noise=NoiseConfig(sigma=0.01, logit_sigma=0.1))
+    execute(world.build(config), tmp_path / "a")
+    other = replace(config, seed=5, staleness=2, noise=NoiseConfig(sigma=0.05, logit_sigma=0.3))
+    with compilations() as count:
+        execute(world.build(other), tmp_path / "b")
+    assert count() == 0
+
+
 def test_measuring_less_changes_no_update(tmp_path):
     config = replace(CONFIG, staleness=1)
     _, always = run(config, tmp_path / "a")

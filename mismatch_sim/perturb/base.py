@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mismatch_sim import rng as rng_lib
-from mismatch_sim.types import Array, Hooks, Key, Params
+from mismatch_sim.types import Array, Hooks, Key, Params, Policy
 
 State = Any
 
@@ -107,6 +107,23 @@ def chain(*ops: Perturbation) -> Perturbation:
 def members_of(op: Perturbation) -> tuple[tuple[Perturbation, tuple[str, int]], ...]:
     """The operators a chain is made of, each with its key label (name, occurrence)."""
     return getattr(op.init, "members", ((op, (op.name, 0)),))
+
+
+def rollout_policy(op: Perturbation, published: Params, state: State, rng: Key) -> Policy:
+    """The rollout policy: published weights, forward hooks, and the part of the state they read.
+
+    A ring of snapshots is no hook's business: handed to a compiled forward pass it would make one
+    program per lag.
+    """
+    hooks = op.hooks()
+    if not any(hooks):
+        return Policy(published)
+    if op.name == "chain":
+        state = tuple(
+            s if any(member.hooks()) else ()
+            for (member, _), s in zip(members_of(op), state, strict=True)
+        )
+    return Policy(published, hooks, state, rng)
 
 
 @functools.cache
