@@ -23,12 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import safetensors.numpy
 
 from mismatch_sim import rng as rng_lib
 from mismatch_sim import sampling
 from mismatch_sim.backends.jax_model import Model, empty_cache, head, hidden_states
-from mismatch_sim.errors import UserError
+from mismatch_sim.backends.jax_model import load as load
 from mismatch_sim.types import Array, Hooks, Loss, Params, Policy, Prompts, Rollout
 
 name = "jax"
@@ -53,38 +52,6 @@ def versions() -> dict[str, str]:
         "device": f"{device.platform} {device.device_kind}",
         "threads": str(len(os.sched_getaffinity(0))),
     }
-
-
-def load(folder: Path) -> tuple[Model, Params]:
-    """Read a Hugging Face folder; weights from safetensors only, as float32.
-
-    Raises:
-        UserError: a file is absent or unreadable, or a tensor is missing, unexpected or misshapen.
-    """
-    model = Model.from_folder(Path(folder))
-    path = Path(folder) / "model.safetensors"
-    if not path.exists():
-        raise UserError(f"{path} does not exist: weights are read from safetensors only")
-    try:
-        stored = safetensors.numpy.load_file(path)
-    except Exception as error:  # the library raises its own type for every malformed file
-        raise UserError(f"{path} is not a readable safetensors file: {error}") from None
-    for parameter, shape in model.shapes().items():
-        if parameter not in stored:
-            raise UserError(f"{path}: tensor {parameter} is missing")
-        if stored[parameter].shape != shape:
-            raise UserError(
-                f"{path}: tensor {parameter} has shape {list(stored[parameter].shape)},"
-                f" config.json says {list(shape)}"
-            )
-        if not np.isfinite(stored[parameter].astype(np.float32)).all():
-            raise UserError(f"{path}: tensor {parameter} holds NaN or infinity")
-    extra = sorted(
-        set(stored) - set(model.shapes()) - ({"lm_head.weight"} if model.tied else set())
-    )
-    if extra:
-        raise UserError(f"{path}: tensor {extra[0]} is not part of a {model.family} model")
-    return model, {n: jnp.asarray(stored[n].astype(np.float32)) for n in model.shapes()}
 
 
 def wait(tree: Any) -> None:

@@ -24,6 +24,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
 
 from mismatch_sim.errors import UserError
 from mismatch_sim.types import Array, Hooks, Params
@@ -123,6 +125,38 @@ class Model:
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, d)
         return shapes
+
+
+def load(folder: Path) -> tuple[Model, Params]:
+    """Read a Hugging Face folder; weights from safetensors only, as float32.
+
+    Raises:
+        UserError: a file is absent or unreadable, or a tensor is missing, unexpected or misshapen.
+    """
+    model = Model.from_folder(Path(folder))
+    path = Path(folder) / "model.safetensors"
+    if not path.exists():
+        raise UserError(f"{path} does not exist: weights are read from safetensors only")
+    try:
+        stored = safetensors.numpy.load_file(path)
+    except Exception as error:  # the library raises its own type for every malformed file
+        raise UserError(f"{path} is not a readable safetensors file: {error}") from None
+    for parameter, shape in model.shapes().items():
+        if parameter not in stored:
+            raise UserError(f"{path}: tensor {parameter} is missing")
+        if stored[parameter].shape != shape:
+            raise UserError(
+                f"{path}: tensor {parameter} has shape {list(stored[parameter].shape)},"
+                f" config.json says {list(shape)}"
+            )
+        if not np.isfinite(stored[parameter].astype(np.float32)).all():
+            raise UserError(f"{path}: tensor {parameter} holds NaN or infinity")
+    extra = sorted(
+        set(stored) - set(model.shapes()) - ({"lm_head.weight"} if model.tied else set())
+    )
+    if extra:
+        raise UserError(f"{path}: tensor {extra[0]} is not part of a {model.family} model")
+    return model, {n: jnp.asarray(stored[n].astype(np.float32)) for n in model.shapes()}
 
 
 Cache = tuple[tuple[Array, Array], ...]
