@@ -106,7 +106,7 @@ def main() -> None:
     figure(rows, RESULTS / "quality_vs_dose.png")
     print("| objective | operators | dose | early loss, points | final loss, points |")
     print("|---|---|---|---|---|")
-    worst = {}
+    worst: dict[str, tuple[float, str]] = {}
     for objective in sweep.OBJECTIVES:
         arm = [r for r in rows if r["objective"] == objective]
         names = dict.fromkeys(r["operators"] for r in arm if r["source"] != "clean")
@@ -116,8 +116,10 @@ def main() -> None:
             cells = [f"{100 * loss:+.1f} ± {100 * half:.1f}" for loss, half in (early, final)]
             print(f"| {objective} | `{name}` | {doses[name]:.2g} | {cells[0]} | {cells[1]} |")
             if doses[name] <= 0.1:
-                worst[objective, name] = final[0]
-    print(f"largest mean final loss at doses up to 0.1: {100 * max(worst.values()):.1f} points")
+                worst[objective] = max(worst.get(objective, (0.0, "")), (final[0], name))
+    print("largest mean final loss at doses up to 0.1:")
+    for objective, (loss, name) in worst.items():
+        print(f"  {objective}: {100 * loss:.1f} points ({name})")
 
 
 if __name__ == "__main__":
