@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,11 +130,21 @@ def _source() -> bytes:
     return b"".join(name.encode() + b"\0" + files[name] + b"\0" for name in sorted(files))
 
 
+def _cpu() -> str:
+    """Model and instruction set of the processor: kernels, and so bits, are chosen by them."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.platform()
+    kept = [line for line in first if line.startswith(("model name", "flags", "Features"))]
+    return f"{platform.machine()} {hashlib.sha256(''.join(kept).encode()).hexdigest()[:8]}"
+
+
 def provenance(world: World) -> dict[str, str]:
     """What besides the config can change a run's bytes; it enters the run hash.
 
-    Pair and prompts by digest, library versions, device, thread count, and a digest of this
-    package's own source, so that a result made by other code is never taken for this one's.
+    Pair and prompts by digest, library versions and settings, processor, device, thread count, and
+    a digest of this package's own source, so that other code's results are never taken for its own.
     """
     source = hashlib.sha256(_source())
     for op in world.config.stack().ops:
@@ -145,5 +156,6 @@ def provenance(world: World) -> dict[str, str]:
         "source": source.hexdigest()[:16],
         "pair": world.pair.digest(),
         "numpy": np.__version__,
+        "cpu": _cpu(),
         **world.backend.versions(),
     }

@@ -15,6 +15,7 @@ placement beyond JAX's default.
 from __future__ import annotations
 
 import functools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,18 @@ def start_compilation_cache(folder: Path) -> None:
 def versions() -> dict[str, str]:
     """What besides the config can change a run's bytes: libraries, device kind, thread count."""
     device = jax.devices()[0]
+    settings = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("XLA_", "JAX_", "NPROC")) and "CACHE" not in name
+    }
     return {
         "jax": jax.__version__,
         "jaxlib": jax.lib.__version__,
         "optax": optax.__version__,
         "device": f"{device.platform} {device.device_kind}",
         "threads": str(len(os.sched_getaffinity(0))),
+        "environment": json.dumps(settings),
     }
 
 
