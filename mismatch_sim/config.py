@@ -121,11 +121,12 @@ class DoseConfig(Checked):
     skip: bool = switch(False)
     """Do not measure the dose (and need no clean reference run)."""
     checkpoints: int = whole(8, low=1)
-    """Evenly spaced steps of the clean run at which the operators are applied."""
+    """Evenly spaced steps of the clean run per draw at which the operators are applied; every draw
+    has its own, so that all draws together see checkpoints x draws steps."""
     draws: int = whole(8, low=2)
-    """Noise draws per checkpoint; the interval is over them."""
-    prompts: int = whole(1024, low=1)
-    """Probe prompts per checkpoint, spread over the draws."""
+    """Draws of noise, prompts and steps; the interval is over them."""
+    prompts: int = whole(128, low=1)
+    """Probe prompts per draw and checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,9 @@ def execute(world: World, out: Path) -> dict[str, Any]:
             result = reference.run_result(world, out) | {"hash": identity}
             result["dose"] = reference.ZERO if reference.is_clean(config) else None
             if clean is not None:
-                with console.progress("dose", config.dose.checkpoints, show) as bar:
+                with console.progress(
+                    "dose", config.dose.checkpoints * config.dose.draws, show
+                ) as bar:
                     value, low, high = reference.dose(world, clean, _reporter(bar))
                 result["dose"] = {"value": value, "low": low, "high": high}
                 result |= _against_clean(result, runlog.read_result(clean))

@@ -1,5 +1,6 @@
 """The loop as a whole: exact zero, exact staleness, laws of D, determinism, compilations."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ CONFIG = RunConfig(
     batch=32,
     length=3,
     eval=EvalConfig(every=4, samples=64, batch=64),
-    dose=DoseConfig(prompts=64, draws=2, checkpoints=3),
+    dose=DoseConfig(prompts=32, draws=2, checkpoints=3),
     checkpoint_every=3,
 )
 
@@ -281,17 +282,17 @@ def test_a_broken_operator_is_named_with_phase_and_step(tmp_path):
 # --- dose and quality ---------------------------------------------------------------------------
 
 
-def test_dose_is_the_token_weighted_trapezoid_of_its_definition(tmp_path):
+def test_dose_is_the_token_weighted_mean_of_its_definition(tmp_path):
     """Brute force from the definition: stale(2) needs no operator code, only the saved weights."""
     config = replace(CONFIG, staleness=2, clean_dir=tmp_path)
     w = world.build(config)
     clean = reference.ensure_clean_run(w)
     value, low, high = reference.dose(w, clean)
-    steps, draws = [0, 4, 8], 2
-    kl, tokens = np.zeros((3, draws)), np.zeros((3, draws))
-    for i, t in enumerate(steps):
-        then, now = (reference._load(w, clean, s) for s in (max(0, t - 2), t))
-        for j in range(draws):
+    rows = [[0, 3, 6], [2, 4, 7]]  # 8 steps x (i + 1/4) / 3 and (i + 3/4) / 3, rounded down
+    kl, tokens = np.zeros(2), np.zeros(2)
+    for j, steps in enumerate(rows):
+        for t in steps:
+            then, now = (reference._load(w, clean, s) for s in (max(0, t - 2), t))
             prompts = w.problems("probe", 32, "probe", t, j)
             key = rng.fold(w.key, "dose", j, "sample", t)
             rollout = w.generate(Policy(then), prompts, key)
@@ -301,26 +302,45 @@ def test_dose_is_the_token_weighted_trapezoid_of_its_definition(tmp_path):
                 z = np.asarray(w.score(Policy(params), rollout), np.float64)
                 z -= z.max(-1, keepdims=True)
                 logs.append(z - np.log(np.exp(z).sum(-1, keepdims=True)))
-            kl[i, j] = ((np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1) * mask).sum()
-            tokens[i, j] = mask.sum()
-    widths = np.array([2.0, 4.0, 2.0])  # trapezoid weights of steps 0, 4, 8
-    expected = (widths @ kl).sum() / (widths @ tokens).sum()
-    assert value == pytest.approx(expected, rel=1e-4)
-    assert kl[0].sum() == 0 and low < value < high
+            kl[j] += ((np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1) * mask).sum()
+            tokens[j] += mask.sum()
+    assert value == pytest.approx(kl.sum() / tokens.sum(), rel=1e-4)
+    from scipy import stats as scipy_stats
+
+    logs = np.log(kl / tokens)
+    half = scipy_stats.t.ppf(0.975, 1) * logs.std(ddof=1) / np.sqrt(2)
+    assert low == pytest.approx(np.exp(logs.mean() - half), rel=1e-3)
+    assert high == pytest.approx(np.exp(logs.mean() + half), rel=1e-3)
+
+
+def test_the_dose_does_not_depend_on_how_finely_it_is_sampled(tmp_path):
+    """A grid shared by all draws would step over the few steps at which the policy moves."""
+    evaluation = EvalConfig(every=0, samples=16, batch=16)
+    config = replace(CONFIG, steps=60, batch=64, staleness=4, eval=evaluation, measure_every=0)
+    config = replace(config, clean_dir=tmp_path)
+    doses = []
+    for checkpoints in (3, 15):
+        sampled = replace(config, dose=DoseConfig(prompts=64, draws=4, checkpoints=checkpoints))
+        w = world.build(sampled)
+        doses.append(reference.dose(w, reference.ensure_clean_run(w)))
+    (coarse, low, high), (fine, _, _) = doses
+    assert low < fine < high
+    assert abs(np.log(coarse / fine)) < 0.35
 
 
 def test_the_clean_run_is_found_again_and_widened_when_more_staleness_is_asked(tmp_path):
-    config = replace(CONFIG, steps=30, staleness=1, clean_dir=tmp_path, measure_every=0)
+    config = replace(CONFIG, steps=60, staleness=1, clean_dir=tmp_path, measure_every=0)
+    config = replace(config, dose=DoseConfig(checkpoints=1, draws=2))  # probes at 15 and 45
     steps = []
     report = lambda step, line: steps.append(step)
     clean = reference.ensure_clean_run(world.build(config), report)
-    assert len(steps) == 31
+    assert len(steps) == 61
     before = (clean / "metrics.jsonl").read_bytes()
     for same in (replace(config, noise=NoiseConfig(sigma=0.1)), replace(config, staleness=8)):
         assert reference.ensure_clean_run(world.build(same), report) == clean
-    assert len(steps) == 31, "found, not run again"
+    assert len(steps) == 61, "found, not run again"
     assert reference.ensure_clean_run(world.build(replace(config, staleness=10)), report) == clean
-    assert len(steps) == 62, "wider windows need the run again"
+    assert len(steps) == 122, "wider windows need the run again"
     assert (clean / "metrics.jsonl").read_bytes() == before
     other = reference.ensure_clean_run(world.build(replace(config, seed=1)), report)
     assert other != clean
@@ -367,10 +387,12 @@ def test_accuracy_counts_each_prompt_once():
     assert low_clustered < low and high_clustered > high
 
 
-def test_checkpoint_steps_are_even_and_hold_both_ends():
-    assert reference.checkpoint_steps(100, 8) == [0, 14, 29, 43, 57, 71, 86, 100]
-    assert reference.checkpoint_steps(3, 8) == [0, 1, 2, 3]
-    assert reference.checkpoint_steps(5, 1) == [0]
+def test_probed_steps_are_even_within_a_draw_and_different_between_draws():
+    rows = reference.probed_steps(100, 8, 8)
+    assert all(len(row) == 8 and row[0] >= 0 and row[-1] < 100 for row in rows)
+    assert all(11 <= b - a <= 14 for row in rows for a, b in itertools.pairwise(row))
+    assert len({t for row in rows for t in row}) == 64
+    assert reference.probed_steps(1, 8, 2) == [[0], [0]]
 
 
 def test_config_json_runs_again_as_it_is(tmp_path):

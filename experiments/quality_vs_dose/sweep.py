@@ -28,7 +28,7 @@ SEEDS = (0, 1, 2)
 BASE = RunConfig(
     clean_dir=ROOT / "clean",
     eval=EvalConfig(every=20, samples=2048),
-    dose=DoseConfig(prompts=512),
+    dose=DoseConfig(prompts=64),
 )
 
 
