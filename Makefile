@@ -22,6 +22,7 @@ lint: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): some minutes, 2 to 3 GB"
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)

@@ -219,15 +219,14 @@ def parse_run(argv: Sequence[str] | None = None, prog: str = "mismatch-sim run")
 
     argv = sys.argv[1:] if argv is None else list(argv)
     config = parse(RunConfig, argv, prog, RUN_HELP)
+    if config.config is not None:
+        if config.resume:
+            raise UserError("--config and --resume exclude each other: a resumed run has its own")
+        return parse(RunConfig, argv, prog, RUN_HELP, _spelt(load_config(config.config), argv))
     if not config.resume or config.out is None:
         return config
-    saved = load_config(config.out)
-    # A flag of the default order and the stack that config.json spells out are two ways to say one
-    # thing; put the saved stack in the user's spelling, so that they can be compared.
-    names = {token.partition("=")[0].replace("_", "-") for token in argv if token.startswith("--")}
-    shorthand = any(re.match(r"--(staleness|quant|noise\..*)$", name) for name in names)
-    default = saved.as_flags() if shorthand else saved
-    config = parse(RunConfig, argv, prog, RUN_HELP, default)
+    saved = load_config(config.out / "config.json")
+    config = parse(RunConfig, argv, prog, RUN_HELP, _spelt(saved, argv))
     old, new = saved.byte_settings(), config.byte_settings()
     changed = [f"{name}: {old[name]} -> {new[name]}" for name in old if old[name] != new[name]]
     if changed:
@@ -238,18 +237,28 @@ def parse_run(argv: Sequence[str] | None = None, prog: str = "mismatch-sim run")
     return config
 
 
-def load_config(folder: Path) -> Any:
-    """The RunConfig saved in a run folder.
+def _spelt(saved: Any, argv: Sequence[str]) -> Any:
+    """``saved`` with its stack in the spelling that the flags in ``argv`` use.
+
+    A flag of the default order and the stack that config.json spells out are two ways to say one
+    thing; in one spelling they can be compared and merged.
+    """
+    names = {token.partition("=")[0].replace("_", "-") for token in argv if token.startswith("--")}
+    shorthand = any(re.match(r"--(staleness|quant|noise\..*)$", name) for name in names)
+    return saved.as_flags() if shorthand else saved
+
+
+def load_config(path: Path) -> Any:
+    """The RunConfig of a config.json.
 
     Raises:
         UserError: there is none, or it cannot be read.
     """
     from mismatch_sim.config import RunConfig
 
-    path = folder / "config.json"
     try:
         return RunConfig.from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise UserError(f"cannot resume {folder}: {path}: {error.strerror}") from None
+        raise UserError(f"cannot read the settings in {path}: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"cannot resume {folder}: {path}: {error}") from None
+        raise UserError(f"cannot read the settings in {path}: {error}") from None

@@ -146,14 +146,17 @@ class RunConfig(Checked):
     batch: int = whole(128, low=1)
     """Prompts per rollout, one response each."""
     length: int = whole(6, low=1)
-    """The task's length dial: how long problems are."""
+    """How long problems are: for arith, the most operations in a prompt (1 to 12); with --prompts,
+    the most tokens generated."""
     temperature: float = real(1.0, above=0)
     """Sampling temperature of student, rollout policy and teacher alike."""
     seed: int = whole(0, low=0, high=2**32 - 1)
     """Decides every random draw of the run."""
     perturb: Annotated[str, tyro.conf.arg(metavar="OPERATORS")] = setting("", _perturb)
-    """The rollout policy in any order, in place of --staleness, --quant and --noise.*, such as
-    "stale(4)|fake_quant('int8')|masked(weight_noise(0.01), include='mlp')"."""
+    """Operators from left to right, quoted, in place of --staleness, --quant and --noise.*:
+    "stale(4)|fake_quant('int8')|weight_noise(0.01)|logit_noise(0.3)"; also
+    masked(weight_noise(0.01), include='mlp'), and custom('my_module:my_function', 0.5) for your
+    own."""
     staleness: int = whole(0, low=0)
     """Roll out with the weights of this many updates ago."""
     quant: str = choice("none", "none", *spec.SCHEMES)
@@ -167,11 +170,15 @@ class RunConfig(Checked):
     checkpoint_every: int = whole(25, low=1, bytes=False)
     """Steps between checkpoints, from which --resume goes on."""
     prompts: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = path(None)
-    """Prompts of your own, one JSON object a line, in place of the task's."""
+    """Prompts of your own in place of the task's: {"prompt": "...", "answer": "..."} a line."""
     clean_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = path(Path("runs/clean"), bytes=False)
     """Where clean reference runs are kept and found."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = path(None, bytes=False, saved=False)
     """The run's folder. Without it, runs/NAME, with -2, -3, ... if taken."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = path(
+        None, bytes=False, saved=False
+    )
+    """Take the settings of this config.json of an earlier run; flags given go before it."""
     resume: bool = switch(False, bytes=False, saved=False)
     """Go on with the run in --out, with the settings it was started with."""
     json: bool = switch(False, bytes=False, saved=False)

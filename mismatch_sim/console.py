@@ -151,8 +151,8 @@ def summary_text(result: Mapping[str, Any]) -> str:
     dose           1.23e-03 [1.10e-03, 1.40e-03] nats per token
     quality        25.0 % -> 87.5 % [86.6, 88.4]
     clean quality  90.0 %
-    change         -2.5 points [-3.9, -1.1] against clean, 3.8 % of its gain
-                   (interval: evaluation alone, this one seed)
+    change         -2.5 points [-3.9, -1.1] against clean, a loss of 3.8 % of the
+                   clean gain (interval: evaluation alone, this one seed)
     folder         runs/a
     TensorBoard    tensorboard --logdir runs   (HPARAMS tab: dose and quality)
     """
@@ -212,8 +212,8 @@ def _change(change: Any, gain: Any) -> str:
     points = [round(100 * x, 1) + 0.0 for x in (value, change["low"], change["high"])]  # no -0.0
     text = f"{points[0]:+.1f} points [{points[1]:+.1f}, {points[2]:+.1f}] against clean"
     known = _known(gain)
-    if known is not None and known > 0 > points[0]:
-        text += f", {-value / known:.1%} of its gain".replace("%", " %")
+    if known is not None and known > 0 > points[2]:  # a loss that this evaluation can see
+        text += f", a loss of {-value / known:.1%} of the clean gain".replace("%", " %")
     return text + " (interval: evaluation alone, this one seed)"
 
 

@@ -7,8 +7,10 @@ quality against dose.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch_sim import cli
 from mismatch_sim.config import out_folder
+from mismatch_sim.perturb import spec
 
 if TYPE_CHECKING:
     from mismatch_sim.world import World
@@ -29,8 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     config = cli.parse_run(argv)
     out = out_folder(config)
-    if not config.json:
-        print(f"mismatch-sim run: pair {config.pair}, operators {config.stack()}", file=sys.stderr)
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    say(f"mismatch-sim run: pair {config.pair}, operators {config.stack()}, in {out}")
+    if spec.max_staleness(config.stack()) >= config.steps:
+        say("warning: as stale as the run is long, so every rollout uses the initial weights")
     from mismatch_sim import world as world_lib
 
     world = world_lib.build(config)
@@ -41,12 +46,10 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         result = execute(world, out)
-    except loop.Interrupted as stop:
-        print(
-            f"interrupted after step {stop.step}; go on with:"
-            f" mismatch-sim run --out {out} --resume",
-            file=sys.stderr,
-        )
+    except (loop.Interrupted, KeyboardInterrupt) as stop:
+        after = f" after step {stop.step}" if isinstance(stop, loop.Interrupted) else ""
+        go_on = f"; go on with: mismatch-sim run --out {shlex.quote(str(out))} --resume"
+        say(f"interrupted{after}{go_on if (out / 'config.json').exists() else ''}")
         return INTERRUPTED
     if config.json:
         print(runlog.to_json(result))
@@ -64,16 +67,15 @@ def execute(world: World, out: Path) -> dict[str, Any]:
     began = time.perf_counter()
     code = provenance(world)
     identity = config.identity(code)
-    show = not config.json
     with runlog.RunFolder.claim(out, config.to_json(), identity, code) as folder:
         if (out / "result.json").exists():
             return runlog.read_result(out)
         clean: Path | None = None
         if not (reference.is_clean(config) or config.dose.skip):
-            with console.progress("clean reference", config.steps + 1, show) as bar:
+            with console.progress("1/3 clean reference (found or run)", config.steps + 1) as bar:
                 clean = reference.ensure_clean_run(world, _reporter(bar))
         with tensorboard_log.RunWriter(out, config) as board:
-            with console.progress("run", config.steps + 1, show) as bar:
+            with console.progress("2/3 run", config.steps + 1) as bar:
                 on_bar = _reporter(bar)
 
                 def report(step: int, line: dict[str, Any]) -> None:
@@ -84,9 +86,8 @@ def execute(world: World, out: Path) -> dict[str, Any]:
             result = reference.run_result(world, out) | {"hash": identity}
             result["dose"] = reference.ZERO if reference.is_clean(config) else None
             if clean is not None:
-                with console.progress(
-                    "dose", config.dose.checkpoints * config.dose.draws, show
-                ) as bar:
+                probes = config.dose.checkpoints * config.dose.draws
+                with console.progress("3/3 dose", probes) as bar:
                     value, low, high = reference.dose(world, clean, _reporter(bar))
                 result["dose"] = {"value": value, "low": low, "high": high}
                 result |= _against_clean(result, runlog.read_result(clean))

@@ -85,7 +85,10 @@ BAD = [
     (["--perturb", "stale(4)\n|x"], "--perturb: cannot read"),
     (["--perturb", "stale(1)", "--staleness", "4"], "--perturb says all of --staleness itself"),
     (["--resume"], "--resume needs --out"),
-    (["--resume", "--out", "no/such"], "cannot resume no/such: no/such/config.json: No such file"),
+    (
+        ["--resume", "--out", "no/such"],
+        "cannot read the settings in no/such/config.json: No such file",
+    ),
 ]
 
 
@@ -205,7 +208,7 @@ def test_resume_of_a_broken_config_is_one_line(tmp_path, command, text):
     (tmp_path / "config.json").write_text(text)
     status, out, err = command("--resume", "--out", str(tmp_path))
     assert (status, out) == (2, "")
-    assert err.startswith("error: cannot resume ") and err.count("\n") == 1
+    assert err.startswith("error: cannot read the settings in ") and err.count("\n") == 1
 
 
 # --- main and guard --------------------------------------------------------------------------

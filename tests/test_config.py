@@ -151,7 +151,7 @@ def _changed():
 
 
 CHANGED = list(_changed())
-BYTES_FREE = {"out", "resume", "json", "dry_run", "clean_dir", "checkpoint_every"} | {
+BYTES_FREE = {"out", "config", "resume", "json", "dry_run", "clean_dir", "checkpoint_every"} | {
     f"dose.{f.name}" for f in fields(DoseConfig)
 }
 

@@ -69,7 +69,7 @@ def test_a_run_prints_a_summary_and_json_holds_result_json(command, tmp_path):
     for word in ("stale(k=2) | weight_noise(sigma=0.01)", "dose", "quality", "change", "runs"):
         assert word in done.stdout or word == "runs"
     done = command(*flags, "--out", "b", "--json")
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0 and "3/3 dose" in done.stderr  # progress, apart from stdout
     result = json.loads(done.stdout.splitlines()[-1])
     assert result == json.loads((tmp_path / "b" / "result.json").read_text())
     for key in ("quality", "quality_start", "dose"):
@@ -84,6 +84,16 @@ def test_a_run_prints_a_summary_and_json_holds_result_json(command, tmp_path):
     # the clean reference was run once and is a run like any other
     (clean,) = (tmp_path / "runs" / "clean").iterdir()
     assert json.loads((clean / "result.json").read_text())["dose"]["value"] == 0.0
+    # config.json is re-runnable as it is, and flags go before it
+    again = command("--config", "b/config.json", "--out", "c", "--json")
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "c/metrics.jsonl").read_bytes() == (
+        tmp_path / "b/metrics.jsonl"
+    ).read_bytes()
+    plan = json.loads(
+        command("--config", "b/config.json", "--noise.sigma", 0.5, "--dry-run").stdout
+    )
+    assert plan["operators"] == "stale(k=2)|weight_noise(sigma=0.5)"
     # a finished run is not run again
     again = command("--out", "b", "--resume", "--json")
     assert again.returncode == 0 and json.loads(again.stdout) == result
@@ -172,6 +182,8 @@ def test_a_newcomers_three_mistakes_get_one_clear_line_each(command, tmp_path):
         (["--perturb", "masked(weight_noise(0.1), 'mpl')"], ["mpl", "matches no parameter"]),
         (["--perturb", "stale(4)|fake_qaunt()"], ["fake_qaunt", "fake_quant"]),
         (["--perturb", "custom('nowhere:f')"], ["nowhere", "cannot be imported"]),
+        (["--perturb", "custom('math:sqrt')"], ["math:sqrt", "cannot be called"]),
+        (["--config", "absent.json"], ["absent.json"]),
         (["--prompts", "absent.jsonl"], ["--prompts", "absent.jsonl"]),
         (["--out", "file/below"], ["--out"]),
         (["--out", "nothing", "--resume"], ["nothing"]),

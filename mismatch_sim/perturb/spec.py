@@ -214,7 +214,10 @@ class Custom(Operator):
 
     def build(self) -> Perturbation:
         factory = self.load()
-        return factory() if self.value is None else factory(self.value)
+        try:
+            return factory() if self.value is None else factory(self.value)
+        except TypeError as error:
+            raise ValueError(f"custom: {self.factory!r} cannot be called so: {error}") from None
 
 
 OPERATORS: dict[str, type[Operator]] = {
