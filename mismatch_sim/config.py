@@ -157,7 +157,7 @@ class RunConfig(Checked):
     "stale(4)|fake_quant('int8')|weight_noise(0.01)|logit_noise(0.3)"; also
     masked(weight_noise(0.01), include='mlp'), and custom('my_module:my_function', 0.5) for your
     own."""
-    staleness: int = whole(0, low=0)
+    staleness: int = whole(0, low=0, high=10_000)
     """Roll out with the weights of this many updates ago."""
     quant: str = choice("none", "none", *spec.SCHEMES)
     """Fake-quantise the rollout weights: none or int8."""

@@ -122,7 +122,7 @@ def train_step(
         out |= values | {tag: _number(value) for tag, value in distill.items()}
         clock.times["time/measure"] = seconds
         clock.lap("time/measure_wait", ())
-    _check(world, state, out, rollout, step)
+    _check(world, state, out, rollout, params, step)
     return TrainState(params, opt_state, operator_state), out, clock.times
 
 
@@ -239,11 +239,23 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _check(world: World, before: TrainState, out: Metrics, rollout: Rollout, step: int) -> None:
-    """Stop at the first step at which a number that training depends on is not one."""
+def _check(
+    world: World, before: TrainState, out: Metrics, rollout: Rollout, after: Params, step: int
+) -> None:
+    """Stop at the first step at which a number that training depends on is not one.
+
+    Also where nothing is measured, and before the new state is anybody's: what is checkpointed has
+    passed.
+    """
     watched = ("mismatch/kl_exact", "optim/loss", "optim/grad_norm")
     bad = [tag for tag in watched if math.isnan(out.get(tag, 0.0))]
     bad += [tag for tag in watched[1:] if math.isinf(out[tag])]
+    if not bad and np.isnan(ops.to_numpy(rollout.logprobs_BN)).any():
+        out["rollout_logprobs"] = math.nan
+        bad.append("rollout_logprobs")
+    if not bad and not _all_finite(after):
+        out["updated weights"] = math.nan
+        bad.append("updated weights")
     if not bad:
         return
     if culprit := _breaks_weights(world, before, step):
@@ -266,6 +278,10 @@ def _breaks_weights(world: World, before: TrainState, step: int) -> str | None:
     states = before.operator_state if world.operator.name == "chain" else (before.operator_state,)
     for (member, label), state in zip(members, states, strict=True):
         params, _ = base.publish(member, rng_lib.fold(key, *label), step, params, state)
-        if not all(np.isfinite(ops.to_numpy(w)).all() for w in params.values()):
+        if not _all_finite(params):
             return member.name
     return None
+
+
+def _all_finite(params: Params) -> bool:
+    return all(np.isfinite(ops.to_numpy(w)).all() for w in params.values())

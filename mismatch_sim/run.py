@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch_sim import cli
 from mismatch_sim.config import out_folder
+from mismatch_sim.errors import UserError
 from mismatch_sim.perturb import spec
 
 if TYPE_CHECKING:
@@ -67,6 +68,10 @@ def execute(world: World, out: Path) -> dict[str, Any]:
     began = time.perf_counter()
     code = provenance(world)
     identity = config.identity(code)
+    if out.resolve().is_relative_to(config.clean_dir.resolve()):
+        raise UserError(
+            f"--out {out} lies in --clean-dir {config.clean_dir}; choose another folder"
+        )
     with runlog.RunFolder.claim(out, config.to_json(), identity, code) as folder:
         if (out / "result.json").exists():
             return runlog.read_result(out)

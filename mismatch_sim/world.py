@@ -148,7 +148,8 @@ def provenance(world: World) -> dict[str, str]:
     """
     source = hashlib.sha256(_source())
     for op in world.config.stack().ops:
-        op = op.op if isinstance(op, spec.Masked) else op
+        while isinstance(op, spec.Masked):
+            op = op.op
         if isinstance(op, spec.Custom):
             source.update(Path(inspect.getfile(op.load())).read_bytes())
     return {

@@ -196,7 +196,7 @@ BAD = [
     ({"temperature": float("inf")}, "--temperature must be a finite number > 0, got inf"),
     ({"seed": -1}, "--seed must be an integer >= 0 and <= 4294967295, got -1"),
     ({"seed": 2**32}, "--seed must be an integer >= 0 and <= 4294967295, got 4294967296"),
-    ({"staleness": -1}, "--staleness must be an integer >= 0, got -1"),
+    ({"staleness": -1}, "--staleness must be an integer >= 0 and <= 10000, got -1"),
     ({"measure_every": -1}, "--measure-every must be an integer >= 0, got -1"),
     ({"checkpoint_every": 0}, "--checkpoint-every must be an integer >= 1, got 0"),
     ({"backend": "torhc"}, "--backend must be one of jax, got 'torhc'"),

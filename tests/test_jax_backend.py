@@ -333,6 +333,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(tmp_path, damage, words):
     [
         ({"model_type": "mamba"}, ["mamba", "llama"]),
         ({"rope_scaling": {"rope_type": "llama3"}}, ["llama3"]),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ["linear"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
         ({"mlp_bias": True}, ["mlp_bias"]),
     ],

@@ -264,6 +264,28 @@ def test_an_exploding_update_stops_with_one_line_and_keeps_the_last_good_state(t
     assert step < 8
 
 
+def test_nan_is_seen_where_nothing_is_measured_and_before_the_state_is_kept():
+    def publish(key, step, params, state):
+        return {n: x * float("nan") for n, x in params.items()}, state
+
+    w = world.build(replace(CONFIG, measure_every=0))
+    w = replace(w, operator=base.chain(base.Perturbation("broken", publish=publish)))
+    with pytest.raises(RunError, match=r"step 0: phase publish, operator broken,"):
+        loop.train_step(w, loop.initial_state(w), 0)
+    w = world.build(CONFIG)
+
+    class Spoiled:
+        def __getattr__(self, name):
+            return getattr(w.backend, name)
+
+        def update(self, *arguments):
+            params, *rest = w.backend.update(*arguments)
+            return ({n: x * float("nan") for n, x in params.items()}, *rest)
+
+    with pytest.raises(RunError, match=r"updated weights is nan at step 0: phase update"):
+        loop.train_step(replace(w, backend=Spoiled()), loop.initial_state(w), 0)
+
+
 def test_a_broken_operator_is_named_with_phase_and_step(tmp_path):
     def publish(key, step, params, state):
         bad = {n: x * (float("nan") if step == 2 else 1.0) for n, x in params.items()}

@@ -35,6 +35,9 @@ name = "jax"
 
 NO_KEY = np.zeros(2, np.uint32)
 
+# Noise is defined by these words (``rng``); an environment variable must not choose others.
+jax.config.update("jax_threefry_partitionable", True)
+
 
 def start_compilation_cache(folder: Path) -> None:
     """Keep compiled programs in ``folder``, however small, so that the next process starts fast."""

@@ -73,7 +73,8 @@ class Model:
                 f" allowed: {', '.join(FAMILIES)}"
             )
         rope = raw.get("rope_parameters") or {}
-        scaling = rope.get("rope_type") or (raw.get("rope_scaling") or {}).get("rope_type")
+        legacy = raw.get("rope_scaling") or {}
+        scaling = rope.get("rope_type") or legacy.get("rope_type") or legacy.get("type")
         if scaling not in (None, "default"):
             raise UserError(f"{path}: rope_type={scaling!r} is not supported; allowed: 'default'")
         if raw.get("hidden_act", "silu") != "silu":

@@ -72,7 +72,8 @@ class Pair(NamedTuple):
     def digest(self) -> str:
         """SHA-256 over every file of both checkpoints and of the prompts: the pair's identity."""
         digest = hashlib.sha256()
-        files = [p for folder in (self.teacher, self.student) for p in sorted(folder.iterdir())]
+        folders = (self.teacher, self.student)
+        files = [p for folder in folders for p in sorted(folder.iterdir()) if p.is_file()]
         if hasattr(self.task, "path"):
             files.append(self.task.path)
         for path in files:
@@ -109,7 +110,7 @@ def load(name: str, prompts: Path | None = None) -> Pair:
     card = folder / "pair.json"
     if prompts is None and not card.is_file():
         raise UserError(f"--pair {name} has no pair.json naming a task: give --prompts FILE.jsonl")
-    task_name = json.loads(card.read_text())["task"] if prompts is None else ""
+    task_name = _read_json(card).get("task", "") if prompts is None else ""
     task = tasks.get(task_name, prompts)
 
     from tokenizers import Tokenizer
@@ -118,14 +119,24 @@ def load(name: str, prompts: Path | None = None) -> Pair:
         tokenizer = Tokenizer.from_file(str(student / "tokenizer.json"))
     except Exception as error:  # the library raises a bare Exception for every malformed file
         raise UserError(f"{student / 'tokenizer.json'} cannot be read: {error}") from None
-    config = json.loads((student / "config.json").read_text())
+    config = _read_json(student / "config.json")
     eos, pad = config.get("eos_token_id"), config.get("pad_token_id")
     eos = eos[0] if isinstance(eos, list) and eos else eos
-    if not isinstance(eos, int):
+    if not isinstance(eos, int) or isinstance(eos, bool):
         raise UserError(f"{student / 'config.json'}: eos_token_id is missing")
     pair = Pair(name, teacher, student, task, tokenizer, eos, eos if pad is None else pad)
     _check_prompts(pair, prompts)
     return pair
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a JSON object")
+    return content
 
 
 def _check_prompts(pair: Pair, prompts: Path | None) -> None:

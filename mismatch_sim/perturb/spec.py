@@ -89,6 +89,8 @@ class Stale(Operator):
 
     def __post_init__(self) -> None:
         self._store(k=check_whole("stale: k", self.k, low=0))
+        if self.k > 10_000:  # every update of lag is a snapshot in memory
+            raise ValueError(f"stale: k must be an integer from 0 to 10000, got {shown(self.k)}")
 
     def build(self) -> Perturbation:
         from mismatch_sim.perturb import stale
@@ -207,7 +209,7 @@ class Custom(Operator):
         sys.path.insert(0, "")
         try:
             return getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # whatever importing the user's own code raises
             raise ValueError(f"custom: {self.factory!r} cannot be imported: {error}") from None
         finally:
             sys.path.remove("")
@@ -215,9 +217,16 @@ class Custom(Operator):
     def build(self) -> Perturbation:
         factory = self.load()
         try:
-            return factory() if self.value is None else factory(self.value)
-        except TypeError as error:
+            made = factory() if self.value is None else factory(self.value)
+        except Exception as error:  # whatever the user's own code raises
             raise ValueError(f"custom: {self.factory!r} cannot be called so: {error}") from None
+        from mismatch_sim.perturb.base import Perturbation
+
+        if not isinstance(made, Perturbation):
+            raise ValueError(
+                f"custom: {self.factory!r} must return a Perturbation, got {shown(made)}"
+            )
+        return made
 
 
 OPERATORS: dict[str, type[Operator]] = {
