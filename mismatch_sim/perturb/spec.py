@@ -60,8 +60,8 @@ class Operator:
         return grammar.to_dict(self)
 
     def build(self) -> Perturbation:
-        """The operator itself."""
-        raise NotImplementedError
+        """The operator itself; abstract, as every operator imports a factory of its own."""
+        raise TypeError(f"{type(self).__name__} is no operator: it defines no build()")
 
     def _store(self, **values: Any) -> None:
         for name, value in values.items():
